@@ -252,6 +252,14 @@ def test_matrices_are_kept_for_rules_that_may_read_them_afterwards():
     assert [rule for rule, may in given.items() if may] == [Usual, Declares]
     assert {name for name, rule in RULES.items() if rule.may_overwrite} >= {"muon", "normuon", "hyperball"}
     assert not RULES["spectral_sphere"].may_overwrite
+
+    class Measures(Muon):
+        def residual(self, batch: MatrixBatch) -> Tensor | None:
+            return super().residual(batch)
+
+    overwrites = {rule: rule().residual_overwrites for rule in (Muon, NorMuon, Usual, ChangesMatrices, Measures)}
+    assert [rule for rule, may in overwrites.items() if may] == [Muon, NorMuon, Usual]
+    assert Measures().may_overwrite
     options = {"momentum": 0.0, "orthogonalization": "fast", "momentum_eps": 0.0}
     alone, both = train("usual", steps=1, **options), train("reads_afterwards", steps=1, **options)
     torch.manual_seed(0)

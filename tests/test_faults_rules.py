@@ -500,6 +500,7 @@ def other_versions(difference: str) -> str:
             "update_dtype": {"update_dtype": torch.float32},
             "kernels": {"kernels": None},
             "flops": {"flops": lambda self, options, rows, cols: 1e15 if rows > cols else 1.0},
+            "scratch_bytes": {"scratch_bytes": lambda self, options, rows, cols, *itemsizes: 10**9},
         }[difference]
     named = sharded_parameters()
     before = [whole(p) for _, p in named]
@@ -522,7 +523,18 @@ def sharded_parameters(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter
     "All ranks raise before anything is changed, and say what differs",
 )
 @pytest.mark.parametrize(
-    "difference", ["state", "statistics", "diagnostics", "options", "methods", "update_dtype", "kernels", "flops"]
+    "difference",
+    [
+        "state",
+        "statistics",
+        "diagnostics",
+        "options",
+        "methods",
+        "update_dtype",
+        "kernels",
+        "flops",
+        "scratch_bytes",
+    ],
 )
 def test_versions_of_a_rule_that_differ_are_told(ranks: RankPool, difference):
     for text in ranks.run(3, other_versions, difference, timeout=LIMIT):

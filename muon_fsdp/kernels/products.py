@@ -123,7 +123,7 @@ def multiply_add(
             # Part of beta comes before the rounding, because half precision would round small entries coarsely.
             early = min(max(abs(beta), 1.0), LARGEST_EARLY_FACTOR)
             # The scale of a tiny matrix is near the largest float32, so early * c_scale could overflow.
-            scaled, rest = summand * c_scale[:, None, None] * early, beta / early
+            scaled, rest = (summand * c_scale[:, None, None]).mul_(early), beta / early
         added = None if scaled is None else scaled.to(a.dtype)
         product = _library_product(a, b, added, alpha, rest)
         if out is not None:

@@ -308,7 +308,7 @@ def seconds_to_move(
 def _scratch_bytes(
     matrices: Mapping[tuple[int | None, int, int, int], int], bytes_per_element: int, max_bytes: int
 ) -> int:
-    """Return an upper bound of the scratch memory of a stage: for its directions, or for a sample of one matrix.
+    """Return an upper bound of the scratch memory of a stage: for its directions, and for samples of its matrices.
 
     Args:
         matrices: the number of matrices by owner, rows, columns and bytes of scratch for each.
@@ -316,20 +316,27 @@ def _scratch_bytes(
         max_bytes: the bound of a batch.
     """
     all_batches: dict[tuple[int | None, int], int] = defaultdict(int)  # by owner and shorter side
-    one_batch: dict[tuple[int | None, int], int] = defaultdict(int)
-    share: dict[tuple[int | None, int], float] = defaultdict(
-        float
-    )  # of `scratch_numel`, which decides what runs together
+    one_batch: dict[tuple[int | None, int], int] = defaultdict(
+        int
+    )  # by `scratch_numel`, which decides what runs together
+    share: dict[tuple[int | None, int], float] = defaultdict(float)  # of that which is really needed
+    copies: dict[tuple[int | None, int], int] = defaultdict(int)  # of the matrix of every batch that is sampled
+    sample = 0  # what the sample of a matrix needs beside its copy
     for (owner, rows, cols, each), count in matrices.items():
-        key, most = (owner, min(rows, cols)), scratch_numel(rows, cols) * bytes_per_element
-        all_batches[key] += count * each
+        key, size = (owner, min(rows, cols)), rows * cols * bytes_per_element
+        most = scratch_numel(rows, cols) * bytes_per_element
         at_once = min(count, matrices_at_once(rows, cols, bytes_per_element, max_bytes))
+        all_batches[key] += count * each
         one_batch[key] = max(one_batch[key], at_once * most)
         share[key] = max(share[key], each / most)
-    limit = SCRATCH_STAGES * max_bytes
-    together = {key: int(share[key] * max(limit, size)) for key, size in one_batch.items()}
-    sample = max((scratch_numel(rows, cols) for _, rows, cols, _ in matrices), default=0) * bytes_per_element
-    return max(sample, *(min(every, together[key]) for key, every in all_batches.items()))
+        if each != most:  # the default has room for samples
+            copies[key] += -(-count // at_once) * size
+            sample = max(sample, most - size)
+    needs = 0
+    for key, every in all_batches.items():
+        together = int(share[key] * max(SCRATCH_STAGES * max_bytes, one_batch[key]))
+        needs = max(needs, max(min(every, together), sample) + copies[key])
+    return needs
 
 
 def scratch_numel(rows: int, cols: int) -> int:

@@ -58,10 +58,10 @@ def make_outline(
     # A stage ends with one all-gather among peers, so all of its parameters have the same peers.
     peers: dict[tuple[tuple[int, ...], ...], int] = {}
     peers_of = {key: peers.setdefault(layout.peers, len(peers)) for key, layout in layouts.items()}
-    alike: dict[tuple[int, int, str, torch.device, torch.dtype], list[ParameterSpec]] = defaultdict(list)
+    alike: dict[tuple[int, int, str, torch.device, torch.dtype, torch.dtype], list[ParameterSpec]] = defaultdict(list)
     for spec in sorted(specs, key=lambda spec: set_of[id(spec.layout)]):
         which = id(spec.layout)
-        alike[(set_of[which], peers_of[which], spec.rule, spec.device, spec.dtype)].append(spec)
+        alike[(set_of[which], peers_of[which], spec.rule, spec.device, spec.dtype, spec.update_dtype)].append(spec)
     by_set: dict[int, list[ParameterSpec]] = defaultdict(list)
     for spec in specs:
         if spec.view is not None:

@@ -132,6 +132,7 @@ class Stage:
     in_flight: int = 3  # how far it overlaps with other stages, as in `StageLimits`
     # By position, for a shard that several stages update in turn: the first row of this one's part, and its end.
     rows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    update_dtype: torch.dtype = torch.float32  # of the results of its units
 
     def cut(self, position: int, shard: Tensor) -> Tensor:
         """Return the part of a shard, or of a tensor of its shape, that this stage updates."""
@@ -326,6 +327,7 @@ def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
         unit_slots,
         together,
         outline.limits.in_flight,
+        update_dtype=outline.specs[0].update_dtype,
     )
 
 

@@ -37,6 +37,7 @@ class ParameterSpec:
     streamed_bytes: int = 0  # of its state on the host, for the largest shard, which a step copies to the device
     device_memory: int = DEVICE_MEMORY  # total bytes of the smallest device among its ranks
     block_scratch: tuple[int, ...] = ()  # per block, the bytes of scratch for one of its matrices; () for the default
+    update_dtype: torch.dtype = torch.float32  # matrices whose updates differ in precision are never in one stage
 
     @property
     def matrices(self) -> MatrixView:

@@ -413,7 +413,7 @@ class Rule:
         """
         return float(rows * cols)
 
-    def scratch_bytes(self, options: PlannedOptions, rows: int, cols: int, itemsize: int) -> int:
+    def scratch_bytes(self, options: PlannedOptions, rows: int, cols: int, itemsize: int, update_itemsize: int) -> int:
         """Return the bytes that `direction` needs at most for one matrix, beside it and its update.
 
         The planner chooses stages by it, and reports it. The default suffices for a call of `orthogonalize` that
@@ -424,6 +424,7 @@ class Rule:
             rows: d_out.
             cols: d_in.
             itemsize: bytes of an element of `batch.matrices`.
+            update_itemsize: bytes of an element of `batch.update`.
         """
         return scratch_numel(rows, cols) * itemsize
 
@@ -532,23 +533,29 @@ class Rule:
         """Return whether the rule works on whole matrices; if not, it is element-wise."""
         return type(self).direction is not Rule.direction or type(self).directions is not Rule.directions
 
-    @cached_property
-    def has_directions(self) -> bool:
-        """Return whether `directions` computes what `direction` does: no class below its definer overrides that."""
+    def _comes_with(self, name: str, *methods: str) -> bool:
+        """Return whether an attribute belongs to these methods: no class below its definer overrides them."""
         for owner in type(self).__mro__:
-            if "directions" in vars(owner) or "direction" in vars(owner):
-                return "directions" in vars(owner) and owner is not Rule
+            if name in vars(owner):
+                return True
+            if any(method in vars(owner) for method in methods):
+                return False
         return False
 
     @cached_property
+    def has_directions(self) -> bool:
+        """Return whether `directions` computes what `direction` does."""
+        return type(self).directions is not Rule.directions and self._comes_with("directions", "direction")
+
+    @cached_property
     def may_overwrite(self) -> bool:
-        """Return whether batches may be overwritten: no class below the one that declares it overrides `direction`."""
-        for owner in type(self).__mro__:
-            if "overwrites_matrices" in vars(owner):
-                return self.overwrites_matrices
-            if "directions" in vars(owner) or "direction" in vars(owner):
-                return False
-        return False
+        """Return whether batches may be overwritten: nothing but the rule that declares it sees them."""
+        return self.overwrites_matrices and self._comes_with("overwrites_matrices", "direction", "directions")
+
+    @cached_property
+    def residual_overwrites(self) -> bool:
+        """Return whether `residual` may overwrite its matrix too."""
+        return self.may_overwrite and self._comes_with("overwrites_matrices", "residual")
 
     @cached_property
     def multiplies_weights(self) -> bool:
@@ -613,12 +620,7 @@ class Rule:
             None if a subclass overrides `prepare` or `apply` without declaring kernels: the inherited kernels would
             compute something else.
         """
-        for owner in type(self).__mro__:
-            if "kernels" in vars(owner):
-                return self.kernels
-            if "prepare" in vars(owner) or "apply" in vars(owner):
-                return None
-        return None
+        return self.kernels if self._comes_with("kernels", "prepare", "apply") else None
 
     @cached_property
     def plan_names(self) -> tuple[str, ...]:

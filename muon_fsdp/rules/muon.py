@@ -162,12 +162,11 @@ class Muon(Rule):
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
         return orthogonalization_flops(rows, cols, options["ns_steps"], options["orthogonalization"])
 
-    def scratch_bytes(self, options: PlannedOptions, rows: int, cols: int, itemsize: int) -> int:
+    def scratch_bytes(self, options: PlannedOptions, rows: int, cols: int, itemsize: int, update_itemsize: int) -> int:
         method = options["orthogonalization"]
         if not self.may_overwrite or method == "exact" or itemsize != 2:  # what lies in float32 is not overwritten
-            return super().scratch_bytes(options, rows, cols, itemsize)
-        overwrites = self.half_precision_suffices(options, rows, cols)
-        return orthogonalization_scratch(rows, cols, options["ns_steps"], method, overwrites=overwrites)
+            return super().scratch_bytes(options, rows, cols, itemsize, update_itemsize)
+        return orthogonalization_scratch(rows, cols, options["ns_steps"], method, overwrites=update_itemsize == 2)
 
     def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
         in_range = 2.0**-8 <= self.factor(options, rows, cols) <= 2.0**8

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 
@@ -107,8 +108,12 @@ class TakenSamples:
             factor: what its update is multiplied by besides lr; None for rules without `factors`.
         """
         update = one.result
-        applied = update if factor is None else update.to(factor.dtype) * factor
-        size = torch.linalg.vector_norm(applied, dtype=torch.float64) / update.numel() ** 0.5
+        if factor is not None and factor.numel() > 1:
+            update, factor = update.to(factor.dtype) * factor, None
+        # Not in float64, for which a GPU would copy the update.
+        size = torch.linalg.vector_norm(update, dtype=working_dtype(update.dtype)).double() / update.numel() ** 0.5
+        if factor is not None:
+            size = size * factor.abs().double().squeeze()
         residual = RULES[stage.rule].residual(one) if self.has_residuals else None
         self.samples[stage.number, index] = Sample(group, size, residual)
 

@@ -373,7 +373,7 @@ class _StageRun:
 
     def _directions(self, units: Tensor) -> Tensor:
         """Orthogonalize the units of this rank; units of parameters that take no part are left out."""
-        results = torch.empty(self.stage.unit_numel, dtype=self._update_dtype(units), device=units.device)
+        results = torch.empty(self.stage.unit_numel, dtype=self.stage.update_dtype, device=units.device)
         if not self._is_proven:  # what `direction` does not write is found as NaN
             results.fill_(torch.nan)
 
@@ -386,14 +386,6 @@ class _StageRun:
         if not self._sink.has_failed(self.stage):
             self._sink.unproven.discard(self.stage.number)
         return results
-
-    def _update_dtype(self, units: Tensor) -> torch.dtype:
-        """Return the precision of updates: on GPUs float16, in which the iteration runs, if the rule allows it."""
-        if not units.is_cuda or units.dtype == torch.float64:
-            return working_dtype(units.dtype)
-        if all(self._rule.half_precision_suffices(b.options, b.rows, b.cols) for b in self.stage.batches):
-            return torch.float16
-        return self._rule.update_dtype or working_dtype(units.dtype)
 
     def _direct_together(self, numbers: Sequence[int], units: Tensor, results: Tensor) -> None:
         """Pass batches through `directions`, or one by one through `direction`, and free their copies."""
@@ -465,7 +457,7 @@ class _StageRun:
             self.stage.batches[part.number].options,
             inverse_norms=None if batch.inverse_norms is None else batch.inverse_norms[here],
         )
-        one.may_overwrite = part.copy is not None
+        one.may_overwrite = part.copy is not None and self._rule.residual_overwrites
         self._sink.sample(self.stage, part.number, part.selection, one, number, group)
 
     def _part(self, number: int, units: Tensor, results: Tensor) -> _BatchPart | None:

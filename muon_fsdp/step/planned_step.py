@@ -89,9 +89,9 @@ class PlannedStep:
             _check_placed(record)
         own = own_memory(records)
         specs = parameter_specs(records, settings, {**own, **device_memory})
-        flops = [sum(spec.block_flops) for spec in specs]
+        costs = [(sum(spec.block_flops), sum(spec.block_scratch)) for spec in specs]
         among = (replicate_group, agreement_group)
-        self.shared = SharedSets(records, flops, settings, accumulation_steps, *among, own, device_memory)
+        self.shared = SharedSets(records, costs, settings, accumulation_steps, *among, own, device_memory)
         for record in records:
             if record.view is not None:
                 _check_live(record)
@@ -380,7 +380,7 @@ def parameter_specs(
     """
     specs: list[ParameterSpec] = []
     options: dict[int, PlannedOptions] = {}  # by group
-    costs: dict[tuple[int, int, int], tuple[float, int]] = {}  # by group and shape, which thousands may share
+    costs: dict[tuple[int, int, int], float] = {}  # by group and shape: thousands of matrices may share one
     memory: dict[int, int] = {}  # by the id() of the layout: sets of ranks are long
     for record in records:
         if record.group_index not in options:
@@ -389,15 +389,17 @@ def parameter_specs(
             memory[id(record.layout)] = device_memory.get(tuple(sorted(record.layout.ranks)), DEVICE_MEMORY)
         dtype = working_dtype(record.tensor.dtype)
         staging = settings.staging_dtype(record.device.type, dtype)
-        blocks = []
+        planned = options[record.group_index]
+        update = _update_dtype(record, planned, staging)
+        block_flops, block_scratch = [], []
         if record.view is not None:
             _check_layout(record)
             for _, rows, cols in record.view.block_shapes:
                 key = (record.group_index, rows, cols)
                 if key not in costs:
-                    given = (options[record.group_index], rows, cols)
-                    costs[key] = record.rule.flops(*given), record.rule.scratch_bytes(*given, staging.itemsize)
-                blocks.append(costs[key])
+                    costs[key] = record.rule.flops(planned, rows, cols)
+                block_flops.append(costs[key])
+                block_scratch.append(_scratch_bytes(record, planned, (rows, cols), staging, update))
         settled = record.rule.matrix_state if record.view is not None else ()
         moments = [spec for spec in record.rule.all_state if spec.is_moment] if record.offloads_state else []
         stored = (record.step_layout, record.group.get("state_dtype", "float32"))
@@ -412,8 +414,8 @@ def parameter_specs(
                 device=record.device,
                 dtype=dtype,
                 view=record.view,
-                options=options[record.group_index],
-                block_flops=tuple(flops for flops, _ in blocks),
+                options=planned,
+                block_flops=tuple(block_flops),
                 is_observed=bool(record.rule.statistics) or record.rule.update_statistics,
                 sums_updates=record.rule.update_statistics,
                 settled_bytes=sum(s.shape(record.tensor, record.view).numel() * dtype.itemsize for s in settled),
@@ -421,10 +423,39 @@ def parameter_specs(
                 weight_bytes=record.tensor.element_size() if record.shards_state else 0,
                 streamed_bytes=state_bytes(moments, record.tensor, record.view, *stored),
                 device_memory=memory[id(record.layout)],
-                block_scratch=tuple(scratch for _, scratch in blocks),
+                block_scratch=tuple(block_scratch),
+                update_dtype=update,
             )
         )
     return specs
+
+
+def _update_dtype(record: ParameterRecord, options: PlannedOptions, staging: torch.dtype) -> torch.dtype:
+    """Return the precision of updates: on GPUs float16, in which the iteration runs, if the rule allows it."""
+    rule, working = record.rule, working_dtype(staging)
+    if record.view is None or record.device.type not in ("cuda", "meta") or staging == torch.float64:
+        return working
+    if all(rule.half_precision_suffices(options, rows, cols) for _, rows, cols in record.view.block_shapes):
+        return torch.float16
+    return rule.update_dtype or working
+
+
+def _scratch_bytes(
+    record: ParameterRecord,
+    options: PlannedOptions,
+    shape: tuple[int, int],
+    staging: torch.dtype,
+    update: torch.dtype,
+) -> int:
+    """Return the bytes that a matrix of a parameter needs in a stage beside its part of the two buffers of units."""
+    rows, cols = shape
+    assert record.view is not None
+    more = update.itemsize - staging.itemsize  # the plan counts both buffers in the precision of the first
+    if not record.view.in_memory_order:  # a batch of such matrices is a copy, and its updates are copied back
+        more += staging.itemsize + update.itemsize
+    return (
+        record.rule.scratch_bytes(options, rows, cols, staging.itemsize, update.itemsize) + max(0, more) * rows * cols
+    )
 
 
 def _rows_and_bytes(records: Sequence[ParameterRecord]) -> tuple[dict[int, int], dict[int, int]]:
