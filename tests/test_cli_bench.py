@@ -245,6 +245,23 @@ def test_a_run_that_is_stopped_has_saved_and_printed_the_figures_so_far(small, m
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_run_that_is_stopped_within_a_model_has_saved_its_optimizers_so_far(small, monkeypatch, tmp_path):
+    file, real, measured = tmp_path / "figures.json", steps.measure_one, []
+
+    def measure_two(*args):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(real(*args))
+        return measured[-1]
+
+    monkeypatch.setattr(steps, "measure_one", measure_two)
+    CliRunner().invoke(app, ["bench", "--tables", "step", "--repeats", "1", "--rules", "", "--json", str(file)])
+    (entry,) = json.loads(file.read_text())["step"]
+    assert list(entry["optimizers"]) == ["muon_fsdp", contestants.FAST]
+    assert entry["optimizers"]["muon_fsdp"]["tflops"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_rules_with_options_are_measured(small):
     rules = "spectral_sphere:lambda_mode=zero:momentum=0.9,muon:nesterov=True"
     result = run("bench", "--tables", "step", "--repeats", "1", "--rules", rules)

@@ -46,12 +46,13 @@ class Report:
         Args:
             name: the key of the table among the figures.
             title: the line above it.
-            entries: measures one part of the table after the other.
+            entries: measures one part of the table after the other; a part may come again with more figures.
             text: returns all parts as text.
         """
         with self.part(name) as lines:
             found = self.figures[name] = []
             for entry in entries:
-                found.append(entry)
+                if not found or entry is not found[-1]:
+                    found.append(entry)
                 self._save(self.figures)
             lines += [title, text(found).rstrip()]

@@ -164,26 +164,33 @@ def measure_one(
 
 
 def _measure_each(
-    setup: Setup, contestants: Mapping[str, MakeOptimizer], shapes: Shapes, may_fail: Sequence[str] = ()
-) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    setup: Setup,
+    contestants: Mapping[str, MakeOptimizer],
+    shapes: Shapes,
+    entry: dict[str, Any],
+    may_fail: Sequence[str] = (),
+) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure every contestant on parameters of these shapes; those that may fail do not stop the others.
 
-    Returns:
-        The figures of each optimizer, and why some did not run, both by name.
+    The figures of each optimizer are added to `entry["optimizers"]`, or why it did not run to `entry["notes"]`.
+
+    Yields:
+        Each optimizer that has run: its name and figures.
     """
-    figures: dict[str, dict[str, float]] = {}
-    notes: dict[str, str] = {}
+    entry |= {"optimizers": {}, "notes": {}}
     for name, make in contestants.items():
         setup.live.running(name)
         try:
-            figures[name] = measure_one(make, shapes, setup.device, setup.repeats, name in FIXED_GRADIENTS)
+            one = measure_one(make, shapes, setup.device, setup.repeats, name in FIXED_GRADIENTS)
         except Exception as error:
             if name not in may_fail:
                 raise
-            notes[name] = f"{type(error).__name__}: {error}"
-            setup.live.note(name, notes[name])
+            entry["notes"][name] = f"{type(error).__name__}: {error}"
+            setup.live.note(name, entry["notes"][name])
+        else:
+            entry["optimizers"][name] = one
+            yield name, one
         cool_down(setup.device)
-    return figures, notes
 
 
 def _device_milliseconds(one: Mapping[str, float]) -> float:
@@ -214,24 +221,20 @@ def measure(setup: Setup, models: Mapping[str, Shapes], rules: Sequence[str] = (
         rules: further rules of ours to measure, as `contestants.parse_rule` reads them.
 
     Yields:
-        One entry per model: its name, size and floor, the figures of each optimizer, and why optimizers of other
-        libraries did not run. TFLOP/s are given where the optimizer does the work that the floor counts.
+        One entry per model, again after each optimizer: its name, size and floor, the figures of each optimizer, and
+        why optimizers of other libraries did not run. TFLOP/s are given where the optimizer does the work that the
+        floor counts.
     """
     own, others = ours(setup.device, rules), optimizers(setup.device)
     other_work = {FAST} | own.keys() - ours(setup.device).keys()
     for model, shapes in setup.live.each("step", models.items()):
         elements, flops = sum(r * c for r, c in shapes), sum(least_flops(r, c) for r, c in shapes)
-        figures, notes = _measure_each(setup, {**own, **others}, shapes, may_fail=list(others))
-        for name, one in figures.items():
+        floor = setup.ceilings.floor_milliseconds(flops, MUON_BYTES * elements)
+        entry: dict[str, Any] = {"model": model, "parameters": elements, "floor_milliseconds": floor}
+        for name, one in _measure_each(setup, {**own, **others}, shapes, entry, may_fail=list(others)):
             if "Adam" not in name and name not in other_work:
                 one["tflops"] = flops / _device_milliseconds(one) / 1e9
-        yield {
-            "model": model,
-            "parameters": elements,
-            "floor_milliseconds": setup.ceilings.floor_milliseconds(flops, MUON_BYTES * elements),
-            "optimizers": figures,
-            "notes": notes,
-        }
+            yield entry
 
 
 def show(results: list[dict[str, Any]]) -> str:
@@ -272,17 +275,17 @@ def measure_pair(setup: Setup) -> Iterator[dict[str, Any]]:
     """Measure TritonMuon and TritonMuonW beside torch.optim.Adam, on every set of tensors.
 
     Yields:
-        One entry per set of tensors: its name and size, and the figures of each optimizer, with its speed relative to a
-        copy of the bytes that a step has to move.
+        One entry per set of tensors, again after each optimizer: its name and size, and the figures of each optimizer,
+        with its speed relative to a copy of the bytes that a step has to move.
     """
     sizes = PAIR_SIZES if setup.device == "cuda" else CPU_PAIR_SIZES
     for name, shapes in setup.live.each("pair", sizes.items()):
         parameters = sum(rows * cols for rows, cols in shapes)
-        figures, _ = _measure_each(setup, PAIR, shapes)
-        for one in figures.values():
+        entry: dict[str, Any] = {"size": name, "parameters": parameters}
+        for _, one in _measure_each(setup, PAIR, shapes, entry):
             bytes_per_second = ADAM_BYTES * parameters / (1e-3 * _device_milliseconds(one))
             one["of_copy"] = bytes_per_second / setup.ceilings.bytes
-        yield {"size": name, "parameters": parameters, "optimizers": figures}
+            yield entry
 
 
 def show_pair(results: list[dict[str, Any]]) -> str:

@@ -66,7 +66,9 @@ class BenchFlags:
         None, "N", "CPU threads, on a machine without a GPU. Default: OMP_NUM_THREADS, or 2.", min=1
     )
     json: str | None = option(
-        None, "PATH", "Write the figures to this file as JSON, after each part; '-' prints the JSON and nothing else."
+        None,
+        "PATH",
+        "Write the figures to this file as JSON, after each of them; '-' prints the JSON and nothing else.",
     )
 
 
