@@ -122,3 +122,13 @@ def test_the_plan_counts_what_directions_allocate(kind, orthogonalization, peaks
     assert sampled <= counted + 8 * 320 * 2048 + SMALL
     copies = 5 if kind == "one of each shape" else 2
     assert counted <= copies * usual + SMALL
+
+
+def test_large_updates_do_not_make_others_float32():
+    optimizer = MuonOptimizer(GROUPS["some large updates"](), orthogonalization="fast", comm_dtype=torch.bfloat16)
+    for parameter in (p for given in optimizer.param_groups for p in given["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert optimizer._planned is not None
+    found = {stage.update_dtype: len(stage.positions) for stage in optimizer._planned.plan.stages}
+    assert found == {torch.float16: 8, torch.float32: 1}
