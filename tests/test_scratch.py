@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.comm.agreement import PRECISION
 from muon_fsdp.linalg import iteration, newton_schulz
 from muon_fsdp.linalg.iteration import Exact
 from muon_fsdp.rules import muon
 from muon_fsdp.step import pipeline, planned_step
 from muon_fsdp.step.pipeline import _StageRun
+from muon_fsdp.step.shared_sets import _line
 
 SMALL = 2**17  # bytes of norms, moments of rows and the like
 
@@ -54,9 +57,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         planned_step,
         "_update_dtype",
-        lambda record, *rest: update_dtype(
-            type("", (), {"rule": record.rule, "view": record.view, "device": gpu}), *rest
-        ),
+        lambda record, *rest: update_dtype(SimpleNamespace(rule=record.rule, view=record.view, device=gpu), *rest),
     )
 
 
@@ -130,5 +131,9 @@ def test_large_updates_do_not_make_others_float32():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert optimizer._planned is not None
-    found = {stage.update_dtype: len(stage.positions) for stage in optimizer._planned.plan.stages}
+    planned = optimizer._planned
+    found = {stage.update_dtype: len(stage.positions) for stage in planned.plan.stages}
     assert found == {torch.float16: 8, torch.float32: 1}
+    # Ranks that disagreed about it would have other stages.
+    properties = [_line(record, spec)[1] for record, spec in zip(planned.records, planned._specs, strict=True)]
+    assert {each[PRECISION] for each in properties} == {"torch.float16", "torch.float32"}

@@ -55,7 +55,8 @@ Describe: TypeAlias = Callable[[Ranks], Sequence[Line]]  # returns what the hash
 
 DECLARED = "declared"  # the properties of a line that the code of a rule declares begin with this
 STATE = "state"  # so do the properties that are state, with this
-FLOPS, SCRATCH = f"{DECLARED} flops", f"{DECLARED} scratch_bytes"  # these depend on options too
+# These depend on options too.
+FLOPS, SCRATCH, PRECISION = (f"{DECLARED} {name}" for name in ("flops", "scratch_bytes", "precision of updates"))
 NO_GRADIENT = 0  # the code of a parameter without a gradient; the caller chooses the other codes
 _LARGEST_CODE = 2**30
 WRITTEN, REPLICAS = 1, 2  # what ranks compare: per-matrix state that was written, or that and all replicas
@@ -543,7 +544,7 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
             if "unnamed" in text:
                 text += ". Pass the model or named parameters, so that parameters can be told apart by their names"
             return text  # later lines are of different parameters, so comparing them would mislead
-        of_code = [name for name in names if name.startswith(DECLARED) and name not in (FLOPS, SCRATCH)]
+        of_code = [name for name in names if name.startswith(DECLARED) and name not in (FLOPS, SCRATCH, PRECISION)]
         others = [name for name in names if not name.startswith(DECLARED)]
         names = (of_code if "rule" not in names else []) or others or names
         here = ", ".join(f"{name}={one[1][name]}" for name in names)

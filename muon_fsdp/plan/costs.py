@@ -315,12 +315,12 @@ def _scratch_bytes(
         bytes_per_element: in the buffers of the stage.
         max_bytes: the bound of a batch.
     """
-    all_batches: dict[tuple[int | None, int], int] = defaultdict(int)  # by owner and shorter side
-    one_batch: dict[tuple[int | None, int], int] = defaultdict(
-        int
-    )  # by `scratch_numel`, which decides what runs together
-    share: dict[tuple[int | None, int], float] = defaultdict(float)  # of that which is really needed
-    copies: dict[tuple[int | None, int], int] = defaultdict(int)  # of the matrix of every batch that is sampled
+    # By owner and shorter side: what all batches need, and the largest one by `scratch_numel`, which decides what runs
+    # together; the largest share of `scratch_numel` that is needed; and copies of the sampled matrix of each batch.
+    all_batches: dict[tuple[int | None, int], int] = defaultdict(int)
+    one_batch: dict[tuple[int | None, int], int] = defaultdict(int)
+    share: dict[tuple[int | None, int], float] = defaultdict(float)
+    copies: dict[tuple[int | None, int], int] = defaultdict(int)
     sample = 0  # what the sample of a matrix needs beside its copy
     for (owner, rows, cols, each), count in matrices.items():
         key, size = (owner, min(rows, cols)), rows * cols * bytes_per_element

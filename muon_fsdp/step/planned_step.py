@@ -89,9 +89,8 @@ class PlannedStep:
             _check_placed(record)
         own = own_memory(records)
         specs = parameter_specs(records, settings, {**own, **device_memory})
-        costs = [(sum(spec.block_flops), sum(spec.block_scratch)) for spec in specs]
         among = (replicate_group, agreement_group)
-        self.shared = SharedSets(records, costs, settings, accumulation_steps, *among, own, device_memory)
+        self.shared = SharedSets(records, specs, settings, accumulation_steps, *among, own, device_memory)
         for record in records:
             if record.view is not None:
                 _check_live(record)

@@ -12,7 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon_fsdp.comm.agreement import DECLARED, FLOPS, NO_GRADIENT, SCRATCH, STATE, Agreed, Agreement, Line, fingerprint
+from muon_fsdp.comm.agreement import (
+    DECLARED,
+    FLOPS,
+    NO_GRADIENT,
+    PRECISION,
+    SCRATCH,
+    STATE,
+    Agreed,
+    Agreement,
+    Line,
+    fingerprint,
+)
 from muon_fsdp.comm.device_memory import total_memory
 from muon_fsdp.comm.process_groups import Ranks, group_like, is_destroyed, my_rank
 from muon_fsdp.declarations.settings import NUM_UPDATES, Settings
@@ -21,6 +32,7 @@ from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.plan.layout import Layout
+from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import RULES
 
 # What to do if the process group of some parameters was destroyed, by where it came from.
@@ -39,7 +51,7 @@ class SharedSets:
 
     Args:
         records: one per parameter.
-        costs: what `flops` and `scratch_bytes` of its rule return for every parameter, by which stages are planned.
+        specs: what the plan knows of every parameter.
         settings: the settings of the whole optimizer.
         accumulation_steps: calls of `step()` per update.
         replicate_group: the process group over which plain parameters are replicas.
@@ -51,7 +63,7 @@ class SharedSets:
     def __init__(
         self,
         records: Sequence[ParameterRecord],
-        costs: Sequence[tuple[float, int]],
+        specs: Sequence[ParameterSpec],
         settings: Settings,
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
@@ -79,7 +91,7 @@ class SharedSets:
         options = asdict(settings) | {"gradient_accumulation_steps": accumulation_steps}
         whole: Line = ("the optimizer", {name: repr(value) for name, value in options.items()})
         self._lines = {
-            ranks: [whole, *(_line(records[i], *costs[i]) for i in positions)]
+            ranks: [whole, *(_line(records[i], specs[i]) for i in positions)]
             for ranks, positions in self.positions.items()
         }
         self._hashes = {ranks: fingerprint(lines) for ranks, lines in self._lines.items()}
@@ -366,7 +378,7 @@ def _value(option: object) -> object:
     return option
 
 
-def _line(record: ParameterRecord, flops: float, scratch: int) -> Line:
+def _line(record: ParameterRecord, spec: ParameterSpec) -> Line:
     # Where nobody gave names, a parameter may have another number on another rank.
     which = "an unnamed parameter" if record.route.unnamed_position is not None else f"parameter {record.name!r}"
     title = f"{which} of shape {record.shape}"
@@ -376,6 +388,7 @@ def _line(record: ParameterRecord, flops: float, scratch: int) -> Line:
         "mesh": str(layout.mesh_shape),
         "placements": str(layout.placements),
         "effective view": repr(str(record.view)),
-        FLOPS: f"{flops:.6g}",
-        SCRATCH: str(scratch),
+        FLOPS: f"{sum(spec.block_flops):.6g}",
+        SCRATCH: str(sum(spec.block_scratch)),
+        PRECISION: str(spec.update_dtype),
     }

@@ -258,7 +258,7 @@ def _copied(value: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What every step with one plan uses, and so do the stages that run in backward.
+    """The records, settings and state that all steps with one plan share, and the stages beside backward too.
 
     Args:
         records: one per parameter.
